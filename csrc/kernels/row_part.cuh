@@ -20,6 +20,7 @@
 
 #include "device/cluster.cuh"
 #include "device/reduce.cuh"
+#include "device/sector.cuh"
 #include "device/shifted.cuh"
 #include "device/vec.cuh"
 #include "kernels/launch.h"
@@ -60,8 +61,10 @@ constexpr int kCachedThreads = 512, kMaxCluster = 16;
 constexpr int64_t kLeastShifted = 32;
 constexpr int kShiftedThreads = 128;
 // Vectors of room around a part: one in front and two behind, for vectors that are cut out at its ends, and one since
-// it may cover one more than it has.
+// it may cover one more than it has. (Of kCovered, only one behind is read: the other is for vectors_to_sector().)
 constexpr int64_t kShiftedMargin = 4;
+// What kernels that keep rows declare of shared memory for their reductions, at most.
+constexpr int64_t kReductionBytes = 1024;
 
 // `operands` rows of `cols` elements are read; `vector`: all of them by 16-byte accesses. `most_alone`: a row of up to
 // so many bytes is left to one block, a longer one to a cluster of up to `most_blocks`. Rows that would take a cluster
@@ -76,7 +79,8 @@ inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool
                           int64_t most_alone, int most_threads = kCachedThreads, int most_blocks = kMaxCluster) {
   const int widest = static_cast<int>(16 / element_bytes);
   const int64_t count = (cols + widest - 1) / widest, bytes = cols * static_cast<int64_t>(element_bytes) * operands;
-  const int64_t room = static_cast<int64_t>(device.shared_bytes) - 1024;  // the reductions need some
+  const int64_t margins = (kShiftedMargin + 1) * 16 * operands;  // and what fills a vector
+  const int64_t room = static_cast<int64_t>(device.shared_bytes) - kReductionBytes - margins;
   const int64_t most_of_part = std::min(kPartBytes, room);
   bool fits = bytes <= std::min(most_alone, room);
   int cluster = 1;
@@ -328,7 +332,7 @@ class RowPart<T, N, RowPlace::kCovered> {
   __device__ RowPart(const T* row, const RowPosition& at, const RowSplit& split, int4* cache, const Extent<T>& extent,
                      int operand = 0)
       : part_(row + at.begin),
-        cache_(reinterpret_cast<V*>(cache) + (operand * split.rows_per_block + at.group.index) * (split.room / N) + 1),
+        cache_(in_cache(part_, cache + (operand * split.rows_per_block + at.group.index) * (split.room / N) + 1)),
         begin_(static_cast<int>(at.begin)),
         cols_(static_cast<int>(at.end - at.begin)),
         shift_(misalignment(part_)),
@@ -407,6 +411,12 @@ class RowPart<T, N, RowPlace::kCovered> {
         cache_[v] = load_elements(part_, c, 0, cols_);
       }
     });
+  }
+
+  // kShared does not do this: it gained 2 to 5 % where rows begin in the middle of a sector, and lost as much
+  // elsewhere.
+  __device__ static V* in_cache(const T* part, int4* room) {
+    return reinterpret_cast<V*>(room + vectors_to_sector(room, part));
   }
 
   const T* part_;

@@ -70,6 +70,20 @@ int main() {
     }
   }
   run(3, 20001, 20001, 0.1, 200, true), run(3, 32000, 32000, 0, 0, false);
+  // What a row takes of shared memory leaves room for the reductions, whatever the GPU has of it.
+  for (const int64_t bytes : {101376, 166912, 232448}) {
+    DeviceInfo device{};
+    device_info(device);
+    device.shared_bytes = bytes;
+    for (int64_t cols = 24000; cols < 120000; ++cols) {
+      for (const int operands : {1, 2}) {
+        for (const bool vector : {false, true}) {
+          const RowSplit split = split_row(cols, 2, operands, vector, device, kAloneBytes, kCachedThreads, 1);
+          check(split.shared_bytes + kReductionBytes <= device.shared_bytes, 1, 0, "shared memory", bytes, cols);
+        }
+      }
+    }
+  }
   is_hopper = false;
   run(2, 60001, 60001, 0.1, 200, true);
   std::printf("%d launches of each, %d failures\n", launches, failures);

@@ -39,6 +39,7 @@
 #include "backward_row.cuh"
 #include "device/ptx.cuh"
 #include "device/reduce.cuh"
+#include "device/sector.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/row_cover.cuh"
 
@@ -116,9 +117,11 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
   const int operands = params.grad_sum ? 3 : 2;
   const int main_bytes = warps * operands * kLast * kSlot, last_bytes = plan.last_warps * operands * kSlot;
   const int begin = group.index * main_bytes + warp * operands * kLast * kSlot + lane * 16;  // in a stage
-  char* const memory = reinterpret_cast<char*>(ring) + begin;
-  char* const last_memory = reinterpret_cast<char*>(ring) + static_cast<int>(blockDim.y) * main_bytes +
-                            group.index * last_bytes + warp * operands * kSlot + lane * 16;
+  // All rows of a block begin in the same half of a sector, if the grid has a multiple of 32 bytes of elements.
+  char* const first_stage = reinterpret_cast<char*>(ring + vectors_to_sector(ring, Rows<T>(params, blockIdx.x).x));
+  char* const memory = first_stage + begin;
+  char* const last_memory = first_stage + static_cast<int>(blockDim.y) * main_bytes + group.index * last_bytes +
+                            warp * operands * kSlot + lane * 16;
   const auto slot = [&](int stage, int operand, int v) {
     return reinterpret_cast<T*>(v < kLast ? memory + stage + (operand * kLast + v) * kSlot
                                           : last_memory + stage + operand * kSlot);
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
   }
 
   // offset + w, of all groups: their rows start at the same place.
-  char* const all_scales = reinterpret_cast<char*>(ring) + plan.ring_bytes + lane * 16;
+  char* const all_scales = reinterpret_cast<char*>(ring + 1) + plan.ring_bytes + lane * 16;
   float* const scales = reinterpret_cast<float*>(all_scales + warp * kLast * kScaleBytes);
   float* const last_scales = reinterpret_cast<float*>(all_scales + (warps * kLast + warp) * kScaleBytes);
   const auto scale_of = [&](int v, int i) {  // of elements i to i + 3
@@ -428,7 +431,7 @@ cudaError_t plan_backward_cover(const NormBackwardParams& params, BackwardCoverP
     const int64_t threads = (count + 32 * vectors - 1) / (32 * vectors) * 32;
     // All but the last vector of a thread exist, and end in the row.
     if ((vectors - 1) * threads > params.cols / N) continue;
-    const int64_t others = 2 * (kCentered ? 3 : 2) * sizeof(WarpSums<N>) * (most_threads / 32) + 1024 +
+    const int64_t others = 2 * (kCentered ? 3 : 2) * sizeof(WarpSums<N>) * (most_threads / 32) + 1024 + sizeof(int4) +
                            static_cast<int64_t>(sizeof(float)) * N * padded;  // reductions and weights
     const int64_t rest = static_cast<int64_t>(device.shared_bytes) - others;
     const int64_t rows = std::min({most_threads / threads, rest / (2 * stage_bytes), kMostGroups});
@@ -462,7 +465,8 @@ cudaError_t plan_backward_cover(const NormBackwardParams& params, BackwardCoverP
   launch.eps = static_cast<float>(params.options.eps);
   launch.inverse_cols = 1.f / static_cast<float>(params.cols);
   // More than half of an SM's, so that two blocks cannot pile up on one that is free early.
-  plan.shared_bytes = std::max<size_t>(launch.ring_bytes + sizeof(float) * N * padded, device.shared_bytes / 2 + 1024);
+  plan.shared_bytes =
+      std::max<size_t>(sizeof(int4) + launch.ring_bytes + sizeof(float) * N * padded, device.shared_bytes / 2 + 1024);
   plan.alike = rows_alike<T>(params.rows, {{params.x, params.x_stride},
                                            {params.grad_y, params.grad_y_stride},
                                            {params.grad_sum, params.grad_sum_stride},
