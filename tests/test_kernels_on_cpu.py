@@ -13,6 +13,7 @@ PROGRAMS = {
     "decode_attention": "-O1",
     "glu": "-O0",
     "norm": "-O0",
+    "optim": "-O0",
     "rope": "-O0",
     "softmax": "-O0",
     "tile_scheduler": "-O1",

@@ -221,6 +221,7 @@ class Guarded {
 }  // namespace gpu
 
 inline void __syncthreads() { gpu::wait(gpu::block->barriers[0], gpu::block->running); }
+inline void __threadfence() {}
 inline bool __syncthreads_or(bool mine) {
   gpu::Block& block = *gpu::block;
   const int turn = block.barriers[0].turns, which = turn % 2;
