@@ -23,6 +23,7 @@
 #pragma once
 #include "device/ptx.cuh"
 #include "forward_cover.cuh"
+#include "forward_ring.cuh"
 #include "forward_row.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
@@ -279,32 +280,39 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
     const bool vector = all_rows_aligned<T>(row_operands(params));
     const Sum sum = params.residual ? Sum::kBefore : params.target ? Sum::kAfter : Sum::kNone;
     if (!vector) {
-      const RowOperand other = params.residual ? RowOperand{params.residual, params.residual_stride}
-                                               : RowOperand{params.addend, params.addend_stride};
-      const bool alike = rows_alike<T>(params.rows, {{params.x, params.x_stride},
-                                                     other,
-                                                     {params.target, params.target_stride},
-                                                     {params.y, params.cols},
-                                                     {params.sum, params.cols}});
-      auto cover = plan_forward_cover<T>(params, sum, kCentered, alike, device);
+      auto cover = plan_forward_cover<T>(params, sum, kCentered, device);
       if (cover.plan.vectors > 0) {
         cover.shape.may_overlap = may_overlap;
         const int64_t operands = sum == Sum::kNone ? 2 : 4;
         const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * operands);
+        const RowOperand other = params.residual ? RowOperand{params.residual, params.residual_stride}
+                                                 : RowOperand{params.addend, params.addend_stride};
+        const bool alike = rows_alike<T>(params.rows, {{params.x, params.x_stride},
+                                                       other,
+                                                       {params.target, params.target_stride},
+                                                       {params.y, params.cols},
+                                                       {params.sum, params.cols}});
         const Extent<T> extent(params.x, params.rows, params.x_stride, params.cols);
         const Extent<T> other_extent(other.pointer, params.rows, other.stride, params.cols);
+        if constexpr (kForwardRing) {
+          auto ring = plan_forward_ring<T, kCentered>(params, device);
+          ring.shape.may_overlap = may_overlap;
+          if (ring.plan.vectors > 0 && sum == Sum::kNone && alike) {
+            return dispatch_int<1, 2, 3, 4, 5, 6>(ring.plan.vectors, [&](auto vectors) {
+              return launch(norm_ring_kernel<T, decltype(vectors)::value, kCentered>, ring.shape, stream, params,
+                            extent, 1.f / static_cast<float>(params.cols), ring.row_vectors, keep);
+            });
+          }
+        }
         const int64_t least_stride = other.pointer ? std::min(params.x_stride, other.stride) : params.x_stride;
         return dispatch_int<1, 2, 3, 4, 5, 6>(cover.plan.vectors, [&](auto vectors) {
           return dispatch_sum<kCentered>(sum, [&](auto sum_tag) {
             constexpr int kVectors = decltype(vectors)::value;
             constexpr Sum kSum = decltype(sum_tag)::value;
-            auto kernel = alike ? norm_cover_kernel<T, kVectors, kCentered, kSum, true, false>
-                                : norm_cover_kernel<T, kVectors, kCentered, kSum, false, false>;
-            if constexpr (kForwardRing) {
-              if (cover.ring.stages > 0) kernel = norm_cover_kernel<T, kVectors, kCentered, kSum, true, true>;
-            }
-            return launch(kernel, cover.shape, stream, params, extent, other_extent,
-                          1.f / static_cast<float>(params.cols), least_stride, keep, cover.ring);
+            return launch(alike ? norm_cover_kernel<T, kVectors, kCentered, kSum, true>
+                                : norm_cover_kernel<T, kVectors, kCentered, kSum, false>,
+                          cover.shape, stream, params, extent, other_extent, 1.f / static_cast<float>(params.cols),
+                          least_stride, keep);
           });
         });
       }

@@ -29,6 +29,7 @@ inline Mbarrier& mbarrier_of(uint32_t address) {
 }
 inline void barrier_init(uint32_t address, int arrivals) { mbarriers[address] = {.arrivals = arrivals}; }
 inline void barrier_init_fence() {}
+inline void async_proxy_fence() {}
 inline void barrier_arrive(uint32_t address) { ++mbarrier_of(address).arrived; }
 inline void barrier_arrive_expecting(uint32_t address, uint32_t bytes) {
   mbarrier_of(address).expected += bytes, barrier_arrive(address);
