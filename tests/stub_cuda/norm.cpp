@@ -117,7 +117,8 @@ int main() {
     }
   }
   for (const bool centered : {false, true}) {
-    run(700, 257, 257, centered, false, true, true), run(400, 3001, 3001, centered, false, false, true);  // many turns
+    run(700, 257, 257, centered, false, true, true), run(300, 265, 268, centered, false, false, true),
+        run(400, 3001, 3001, centered, false, false, true);  // many turns
     run(9, 4097, 4097, centered, centered, true, !centered), run(3, 20001, 20001, centered, !centered, true, centered);
     run(2, 60001, 60004, centered, false, true, centered);
   }

@@ -297,11 +297,10 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
         if constexpr (kForwardRing) {
           auto ring = plan_forward_ring<T, kCentered>(params, device);
           ring.shape.may_overlap = may_overlap;
-          if (ring.plan.vectors > 0 && sum == Sum::kNone && alike) {
-            return dispatch_int<1, 2, 3, 4, 5, 6>(ring.plan.vectors, [&](auto vectors) {
-              return launch(norm_ring_kernel<T, decltype(vectors)::value, kCentered>, ring.shape, stream, params,
-                            extent, 1.f / static_cast<float>(params.cols), ring.row_vectors, keep);
-            });
+          if (ring.plan.vectors > 0 && sum == Sum::kNone) {
+            return launch(alike ? norm_ring_kernel<T, kCentered, true> : norm_ring_kernel<T, kCentered, false>,
+                          ring.shape, stream, params, 1.f / static_cast<float>(params.cols), ring.plan.vectors,
+                          ring.row_vectors, keep);
           }
         }
         const int64_t least_stride = other.pointer ? std::min(params.x_stride, other.stride) : params.x_stride;

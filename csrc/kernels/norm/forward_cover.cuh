@@ -41,7 +41,7 @@ __device__ float number_near(const Vec<T, 1>& element_of_lane) {
 
 // Weights and biases of the rows of a block, cut out as the vectors of the rows lie in memory: of an RMSNorm the
 // weights, of a LayerNorm both, as floats. In shared memory.
-template <typename T, int kVectors, bool kCentered>
+template <typename T, bool kCentered>
 class CutParameters {
   static constexpr int N = kVecWidth<T>, kPlanes = N / 4;
   using V = Vec<T, N>;
@@ -50,13 +50,16 @@ class CutParameters {
   // In units of 16 bytes, for a row of `vectors` vectors.
   __host__ __device__ static constexpr int size(int vectors) { return vectors * (kCentered ? 2 * kPlanes : 1); }
 
-  __device__ CutParameters(int4* memory, const Group& group) : memory_(memory + group.rank), threads_(group.threads) {}
+  // `vectors`: of each thread.
+  __device__ CutParameters(int4* memory, const Group& group, int vectors)
+      : memory_(memory + group.rank), threads_(group.threads), vectors_(vectors) {}
 
   // Of the threads of one group.
+  template <int kVectors>
   __device__ void put(const NormParams& params, const Cover<T, kVectors, 1>& cover) const {
     const float offset = weight_offset_of(params);
 #pragma unroll 1
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < vectors_; ++v) {
       const auto cut = [&](const void* values, float otherwise) {
         return values ? load_shifted(static_cast<const T*>(values), cover.column(v), 0, cover.cols)
                       : V::of([=](int) { return otherwise; });
@@ -109,11 +112,11 @@ class CutParameters {
 
  private:
   __device__ float4* plane(int number, int v) const {
-    return reinterpret_cast<float4*>(memory_ + (number * kVectors + v) * threads_);
+    return reinterpret_cast<float4*>(memory_ + (number * vectors_ + v) * threads_);
   }
 
   int4* memory_;
-  int threads_;
+  int threads_, vectors_;
 };
 
 // Groups of threads, a row each. Block b takes rows b % N, b % N + N, ..., which it shares with blocks b + N, ...
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(forward_cover_threads(kSum), kForwardCoverBloc
   const int64_t first = blockIdx.x % N;
   if (first >= params.rows) return;
   const Cover<T, kVectors, 1> cover(Row<T>(params, first).x, static_cast<int>(params.cols), group);
-  const CutParameters<T, kVectors, kCentered> cut(parameters, group);
+  const CutParameters<T, kCentered> cut(parameters, group, kVectors);
   pdl_launch_dependents();
   pdl_wait();
   const uint64_t policy = l2_policy(keep_inputs);

@@ -12,23 +12,22 @@ namespace llmk::kernels::norm {
 constexpr bool kForwardRing = false;
 constexpr int kRingRows = 2, kRingStages = 2, kRingThreads = 768, kMostRingGroups = 15;
 
-template <typename T, int kVectors, bool kCentered>
+// `vectors`: of each thread, of which all but the first and the last lie in the row. kAlike: y starts where x does.
+template <typename T, bool kCentered, bool kAlike>
 __global__ void __launch_bounds__(kRingThreads, 1)
-    norm_ring_kernel(const NormParams params, const Extent<T> extent, float inverse_cols, int row_vectors,
-                     bool keep_inputs) {
+    norm_ring_kernel(const NormParams params, float inverse_cols, int vectors, int row_vectors, bool keep_inputs) {
   constexpr int N = kVecWidth<T>, kValues = (kCentered ? 2 : 1) * kRingRows, kWarps = kRingThreads / 32;
   using V = Vec<T, N>;
-  using One = Vec<T, 1>;
   extern __shared__ int4 parameters[];  // of CutParameters, then rings
   __shared__ WarpSums<N> shared[2][kValues * kWarps];
   __shared__ uint64_t barriers[kWarps * kRingStages];
   const LooseGroup group{{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)}};
   const int64_t first = blockIdx.x % N;
   if (first >= params.rows) return;
-  const Cover<T, kVectors, 1> cover(Row<T>(params, first).x, static_cast<int>(params.cols), group);
-  const CutParameters<T, kVectors, kCentered> cut(parameters, group);
-  RowRing<T, kRingRows, kRingStages> ring(parameters + cut.size(kVectors * group.threads), barriers, row_vectors,
-                                          group);
+  const int cols = static_cast<int>(params.cols);
+  const Cover<T, 1, 1> cover(Row<T>(params, first).x, cols, group);
+  const CutParameters<T, kCentered> cut(parameters, group, vectors);
+  RowRing<T, kRingRows, kRingStages> ring(parameters + cut.size(vectors * group.threads), barriers, row_vectors, group);
   // Rows of the group: begin, begin + step, ... The groups of a block have rows far apart, so that all blocks have as
   // many of the last ones.
   const int64_t begin = first + (group.index * static_cast<int64_t>(gridDim.x / N) + blockIdx.x / N) * N;
@@ -36,15 +35,16 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   pdl_launch_dependents();
   pdl_wait();
   const uint64_t policy = l2_policy(keep_inputs);
+  const auto row_of = [&](int64_t index) { return static_cast<const T*>(params.x) + index * params.x_stride; };
   // Whether all vectors of a row lie in the tensor, so that it is copied.
   const auto is_inner = [&](int64_t index) { return index > 0 && index + 1 < params.rows && params.x_stride >= N; };
   const auto fill = [&](int64_t index) {
     if (group.rank > 0 || index >= params.rows) return;
-    const T* const source = Row<T>(params, index).x - cover.shift;
     ring.fill([&](int i, uint32_t to, uint32_t barrier) -> uint32_t {
-      if (!is_inner(index + i * step)) return 0;
-      const uint32_t bytes = (cover.cols + cover.shift + N - 1) / N * sizeof(int4);
-      bulk_load(to, source + i * step * params.x_stride, bytes, barrier, policy);
+      const int64_t row = index + i * step;
+      if (!is_inner(row)) return 0;
+      const uint32_t bytes = (cols + cover.shift + N - 1) / N * sizeof(int4);
+      bulk_load(to, row_of(row) - cover.shift, bytes, barrier, policy);
       return bytes;
     });
   };
@@ -53,56 +53,62 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   __syncthreads();
   const float eps = static_cast<float>(params.options.eps);
   const Scale scale(params);
+  // Calls visit(v, is_end) for each vector of the thread that a lane of its warp has.
+  const auto for_each = [&](const auto& visit) {
+    visit(0, std::true_type{});
+#pragma unroll 2
+    for (int v = 1; v + 1 < vectors; ++v) visit(v, std::false_type{});
+    if (vectors > 1 && cover.warp_has(vectors - 1)) visit(vectors - 1, std::true_type{});
+  };
   int parity = 0;
   for (int64_t index = begin; index < params.rows; index += kRingRows * step) {
     ring.wait();
     T* elements[kRingRows];
-#pragma unroll
-    for (int i = 0; i < kRingRows; ++i) {
-      elements[i] = reinterpret_cast<T*>(ring.row(i));
+#pragma unroll 1
+    for (int i = 0; i < kRingRows; ++i) {  // those that are not copied
       const int64_t row = index + i * step;
       if (is_inner(row) || row >= params.rows) continue;
-      V vectors[kVectors];
-      cover.load(Row<T>(params, row).x, extent, vectors, policy);
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (cover.exists(v)) vectors[v].assign_to(elements[i] + (group.rank + v * group.threads) * N);
+      for (int v = 0; v < vectors; ++v) {
+        if (!cover.exists(v)) continue;
+        load_aligned(row_of(row), cover.column(v), 0, cols)
+            .assign_to(reinterpret_cast<T*>(ring.row(i) + group.rank + v * group.threads));
       }
       ring.fence();
       group_barrier(group);
     }
-    const auto load = [&](int i, int v) {
-      V s = V::load(elements[i] + (group.rank + v * group.threads) * N);
+#pragma unroll
+    for (int i = 0; i < kRingRows; ++i) elements[i] = reinterpret_cast<T*>(ring.row(i));
+    const auto load = [&](int i, int v, auto is_end) {
+      V s{};
+      if (!is_end || cover.exists(v)) s = V::load(elements[i] + (group.rank + v * group.threads) * N);
       forget_floats(s);
       return s;
     };
     float sums[kValues];
     const auto sums_of = [&](const float(&number)[kRingRows], int buffer) {
       float of_elements[kValues][N] = {};
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (!cover.warp_has(v)) continue;
+      for_each([&](int v, auto is_end) {
 #pragma unroll
         for (int i = 0; i < kRingRows; ++i) {
-          const V s = cover.exists(v) ? load(i, v) : V{};
+          const V s = load(i, v, is_end);
           float d[N];
 #pragma unroll
           for (int k = 0; k < N; ++k) d[k] = kCentered ? s[k] - number[i] : s[k];
-          cover.clear(d, v, 0.f);
+          if constexpr (is_end) cover.clear(d, v, 0.f);
 #pragma unroll
           for (int k = 0; k < N; ++k) {
             of_elements[i][k] = fmaf(d[k], d[k], of_elements[i][k]);
             if constexpr (kCentered) of_elements[kRingRows + i][k] += d[k];
           }
         }
-      }
+      });
       sum_covering(of_elements, cover.shift, sums, group, shared[buffer]);
     };
     float number[kRingRows] = {};
     if constexpr (kCentered) {
 #pragma unroll
       for (int i = 0; i < kRingRows; ++i) {
-        number[i] = number_near<T>(One::load(elements[i] + cover.shift + threadIdx.x % 32));
+        number[i] = number_near<T>(Vec<T, 1>::load(elements[i] + cover.shift + threadIdx.x % 32));
       }
       if constexpr (sizeof(T) == 4) {
         sums_of(number, 0);
@@ -122,19 +128,21 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         of_row[i] = {0.f, rsqrtf(fmaf(sums[i], inverse_cols, eps))};
       }
     }
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (!cover.warp_has(v)) continue;
-      const auto parameters_of = cut.load(v);
+    for_each([&](int v, auto is_end) {
+      const auto of_vector = cut.load(v);
 #pragma unroll
       for (int i = 0; i < kRingRows; ++i) {
         const int64_t row = index + i * step;
         if (row >= params.rows) continue;
-        const V s = cover.exists(v) ? load(i, v) : V{};
-        store_covering<true>(cover, parameters_of.output(s, of_row[i], scale),
-                             static_cast<T*>(params.y) + row * params.cols, v);
+        const V y = of_vector.output(load(i, v, is_end), of_row[i], scale);
+        T* const target = static_cast<T*>(params.y) + row * cols;
+        if constexpr (kAlike && !is_end) {
+          y.store(target + cover.column(v));
+        } else {
+          store_covering<kAlike>(cover, y, target, v);
+        }
       }
-    }
+    });
     group_barrier(group);  // all have read the rows
     fill(index + kRingStages * kRingRows * step);
     ring.next();
@@ -156,8 +164,7 @@ ForwardRingPlan plan_forward_ring(const NormParams& params, const DeviceInfo& de
   ForwardRingPlan result{plan_cover(params.cols, sizeof(T), kForwardCoverVectors, kRingThreads, 1, 1), {}, {}};
   CoverPlan& plan = result.plan;
   result.row_vectors = static_cast<int>(covering_vectors(params.cols, N));
-  const size_t parameters =
-      sizeof(int4) * CutParameters<T, 1, kCentered>::size(plan.vectors * plan.threads) + kReductions;
+  const size_t parameters = sizeof(int4) * CutParameters<T, kCentered>::size(plan.vectors * plan.threads) + kReductions;
   const size_t ring = sizeof(int4) * kRingStages * kRingRows * result.row_vectors;
   if (plan.vectors == 0 || device.compute_capability < 90 || parameters + ring > device.shared_bytes) {
     return plan.vectors = 0, result;
