@@ -1,7 +1,7 @@
-// The norms' forward (forward.cuh) for rows of any alignment whose outputs start where they do, as forward_cover.cuh,
-// from sm_90 on: rows come through a ring in shared memory (row_ring.cuh), and a group of threads takes kRingRows of
-// them at a time. So their sums share shuffles and a barrier, their outputs a reading of the weights, and no thread
-// waits for a load of its own. The result has the bits of forward_cover.cuh.
+// The norms' forward (forward.cuh) for rows of any alignment without a sum, as forward_cover.cuh, from sm_90 on: rows
+// come through a ring in shared memory (row_ring.cuh), and a group of threads takes kRingRows of them at a time. So
+// their sums share shuffles and a barrier, their outputs a reading of the weights, and no thread waits for a load of
+// its own. The result has the bits of forward_cover.cuh, whose threads have the same columns.
 #pragma once
 #include "forward_cover.cuh"
 #include "row_ring.cuh"
@@ -161,7 +161,8 @@ template <typename T, bool kCentered>
 ForwardRingPlan plan_forward_ring(const NormParams& params, const DeviceInfo& device) {
   constexpr int N = kVecWidth<T>;
   constexpr size_t kReductions = 2 * (kCentered ? 2 : 1) * kRingRows * sizeof(WarpSums<N>) * (kRingThreads / 32) + 2048;
-  ForwardRingPlan result{plan_cover(params.cols, sizeof(T), kForwardCoverVectors, kRingThreads, 1, 1), {}, {}};
+  ForwardRingPlan result{
+      plan_cover(params.cols, sizeof(T), kForwardCoverVectors, forward_cover_threads(Sum::kNone), 1, 1), {}, {}};
   CoverPlan& plan = result.plan;
   result.row_vectors = static_cast<int>(covering_vectors(params.cols, N));
   const size_t parameters = sizeof(int4) * CutParameters<T, kCentered>::size(plan.vectors * plan.threads) + kReductions;
