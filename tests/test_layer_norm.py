@@ -217,11 +217,8 @@ def test_large_means(device, cols, dtype):
     check_layer_norm(layer_norm, oracles.layer_norm, [x], dict(zip(("weight", "bias"), parameters, strict=True)))
 
 
-@every_dtype
-@pytest.mark.parametrize("cols", [64, 99, 1024, 3584, 16384, 40000])
-def test_elements_far_from_the_others(device, cols, dtype):
-    """Wherever they are, the others keep their digits: all is right to one rounding, in float32 to a few. A GPU sums
-    1024 up around one element, that may be one of these: see scale_of_row()."""
+def elements_far_from_the_others(cols, dtype, device):
+    """A row of each kind."""
     last = cols - 1
     outliers = [
         {0: 1e4}, {0: -6e4}, {1: 1e4}, {cols // 2: 1e4}, {last: 100.0}, {0: 1e4, 1: 1e4}, {0: 1e4, 3: -6e4},
@@ -232,12 +229,39 @@ def test_elements_far_from_the_others(device, cols, dtype):
     for row, values in enumerate(outliers):
         for col, value in values.items():
             x[row, min(col, last)] = value
+    return x
+
+
+@every_dtype
+@pytest.mark.parametrize("cols", [64, 99, 1024, 3584, 16384, 40000])
+def test_elements_far_from_the_others(device, cols, dtype):
+    """Wherever they are, the others keep their digits: all is right to one rounding, in float32 to a few. A GPU sums
+    1024 up around one element, that may be one of these: see scale_of_row()."""
+    x = elements_far_from_the_others(cols, dtype, device)
     exact = oracles.layer_norm(x.double())
     units = 4 if dtype == torch.float32 else 0.75 if cols == 1024 else 0.51
     rounding = {"rtol": units * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(layer_norm(x).double(), exact, **rounding)
     residual = torch.zeros_like(x)
     torch.testing.assert_close(add_layer_norm(x, residual)[0].double(), exact, **rounding)
+
+
+@every_dtype
+@pytest.mark.parametrize("cols", [16, 64, 99, 1001, 3584, 4097, 8192, 16384, 40000])
+def test_gradients_where_elements_are_far_from_the_others(device, cols, dtype):
+    """They are right to one rounding, in float32 to a few: a GPU sums up around the mean of the first 32 elements."""
+    x = elements_far_from_the_others(cols, dtype, device)
+    weight, grad_y = (
+        (1 + torch.rand(cols, device=device)).to(dtype),
+        (1 + torch.rand_like(x, dtype=torch.float32)).to(dtype),
+    )
+    grad_x, grad_weight = differentiate(layer_norm, (x, weight), [grad_y])[1:]
+    exact_x, exact_weight = differentiate(oracles.layer_norm, (x.double(), weight.double()), [grad_y.double()])[1:]
+    unit, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    rounding = 4 * unit if dtype == torch.float32 else 0.51 * unit
+    rstd = (x.double().var(-1, unbiased=False, keepdim=True) + 1e-5).rsqrt()
+    assert ((grad_x - exact_x).abs() <= rounding * exact_x.abs().clamp(min=smallest) + 2e-5 * rstd).all()
+    torch.testing.assert_close(grad_weight.double(), exact_weight, rtol=rounding, atol=1e-4)
 
 
 @every_dtype
@@ -272,10 +296,12 @@ def test_special_values(device, cols, dtype):
 
 
 @every_dtype
-def test_squares_out_of_range(device, dtype):
+@pytest.mark.parametrize("cols", [64, 1001, 4096])
+def test_squares_out_of_range(device, cols, dtype):
     """Finite numbers do not become NaN."""
-    x = torch.rand(4, 64, device=device) * (6e4 if dtype == torch.float16 else 1e25)
-    assert layer_norm(x.to(dtype)).isfinite().all()
+    x = (torch.rand(4, cols, device=device) * (6e4 if dtype == torch.float16 else 1e25)).to(dtype)
+    for result in differentiate(layer_norm, (x,), [torch.randn_like(x)]):
+        assert result.isfinite().all()
 
 
 @every_function

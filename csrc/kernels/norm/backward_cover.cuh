@@ -98,11 +98,12 @@ struct BackwardCoverLaunch {
 template <typename T, int kVectors, bool kCentered, bool kRounds, bool kAlike>
 __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered))
     norm_backward_cover_kernel(const NormBackwardParams params, const BackwardCoverLaunch plan) {
-  constexpr int N = kVecWidth<T>, kSums = kCentered ? 3 : 2, kLast = kVectors - 1;
+  constexpr int N = kVecWidth<T>, kSums = kRowSums<T, kCentered>, kLast = kVectors - 1;
   constexpr int kWarps = backward_cover_threads<T>(kVectors, kCentered) / 32;
   constexpr int kSlot = 32 * 16;                        // bytes of a vector of each lane
   constexpr int kScaleBytes = kSlot * N / 4;            // the same of floats
   constexpr bool kReloads = kVectors > 2 || kCentered;  // after a reduction, since registers are scarce
+  constexpr bool kOnce = kSumsOnce<T, kCentered>;
   using V = Vec<T, N>;
   const uint64_t policy = l2_policy(plan.keep_inputs);
   // [stage]([warp][operand][vector but the last][lane], [warp that has the last vector][operand][lane]), then
@@ -224,7 +225,16 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
     next.grad_sum = bytes_on(next.grad_sum, plan.grad_sum_step);
   };
 
+  // For number_near(), an element of each lane, a row ahead.
+  [[maybe_unused]] const T* first_elements = Rows<T>(params, static_cast<int>(blockIdx.x) + ahead).x + lane;
+  [[maybe_unused]] Vec<T, 1> element{};
+  const auto load_element = [&](int turn) {
+    if (turn < turns_end) element = Vec<T, 1>::load(first_elements);
+    first_elements = bytes_on(first_elements, plan.x_step);
+  };
+
   pdl_wait();
+  if constexpr (kOnce) load_element(blockIdx.x);
 #pragma unroll 1
   for (int rows_on = 0, stage = 0; rows_on < plan.lead; rows_on += plan.step, stage += plan.stage_bytes) {
     copy_next(stage, static_cast<int>(blockIdx.x) + rows_on);
@@ -271,6 +281,11 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
   int stage = 0, free_stage = plan.ring_bytes - plan.stage_bytes, parity = 0;
   // As many turns for every group of a block: racecheck takes warps that met less often at barriers for earlier ones.
   for (int turn = blockIdx.x; turn < rows; turn += plan.step) {
+    float mean = 0.f, mean_g = 0.f;
+    if constexpr (kOnce) {
+      mean = number_near<T>(element);
+      load_element(turn + plan.step);
+    }
     copy_next(free_stage, turn + plan.lead);
     if (plan.three_stages) {
       cp_async_wait<2>();
@@ -286,8 +301,7 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
       return scale;
     };
     // What the compiler may contract is said outright: kernels with and without kAlike give the same bits.
-    float mean = 0.f, mean_g = 0.f;
-    if constexpr (kCentered) {
+    if constexpr (kCentered && !kOnce) {
       float of_elements[2][N] = {}, sums[2];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -316,11 +330,14 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         of_elements[0][i] = fmaf(d[i], d[i], of_elements[0][i]);
-        of_elements[1][i] = fmaf(__fmul_rn(grad_y[v][i], scale[i]), d[i], of_elements[1][i]);
+        const float g = __fmul_rn(grad_y[v][i], scale[i]);
+        of_elements[1][i] = fmaf(g, d[i], of_elements[1][i]);
         if constexpr (kCentered) of_elements[2][i] += d[i];
+        if constexpr (kOnce) of_elements[3][i] = fmaf(grad_y[v][i], scale[i], of_elements[3][i]);
       }
     }
-    sum_covering(of_elements, shift, sums, group, shared[kCentered ? 0 : parity]);
+    sum_covering(of_elements, shift, sums, group, shared[kCentered && !kOnce ? 0 : parity]);
+    if constexpr (kOnce) mean_g = __fmul_rn(sums[3], plan.inverse_cols);
     Scalars scalars = row_scalars<kCentered>(sums, mean, mean_g, plan.inverse_cols, plan.eps);
     const bool is_there = turn < turns_end;
     if (!is_there) scalars = {};  // with an eps of 0, those of zeros would be infinite
@@ -432,7 +449,7 @@ cudaError_t plan_backward_cover(const NormBackwardParams& params, BackwardCoverP
     const int64_t threads = (count + 32 * vectors - 1) / (32 * vectors) * 32;
     // All but the last vector of a thread exist, and end in the row.
     if ((vectors - 1) * threads > params.cols / N) continue;
-    const int64_t others = 2 * (kCentered ? 3 : 2) * sizeof(WarpSums<N>) * (most_threads / 32) + 1024 + sizeof(int4) +
+    const int64_t others = 2 * kRowSums<T, kCentered> * sizeof(WarpSums<N>) * (most_threads / 32) + 1024 + sizeof(int4) +
                            static_cast<int64_t>(sizeof(float)) * N * padded;  // reductions and weights
     const int64_t rest = static_cast<int64_t>(device.shared_bytes) - others;
     const int64_t rows = std::min({most_threads / threads, rest / (2 * stage_bytes), kMostGroups});

@@ -38,8 +38,10 @@ __host__ __device__ constexpr int unit_size(int group_threads) { return group_th
 // forward multiplied by the weight.
 template <typename T, int kVectors, bool kCentered, bool kRounds>
 __global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBackwardParams params, bool keep_inputs) {
-  constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>, kSums = kCentered ? 3 : 2;
+  constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>;
+  constexpr int kSums = kRowSums<T, kCentered>;
   constexpr bool kReloads = kVectors > 2 || kCentered;  // after a reduction, since registers are scarce
+  constexpr bool kOnce = kSumsOnce<T, kCentered>;
   using V = Vec<T, N>;
   const uint64_t policy = l2_policy(keep_inputs);
   extern __shared__ int4 ring[];  // [stage][operand][vector][thread of the block], maybe behind one that is left free
@@ -80,7 +82,17 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBa
     next.grad_sum += step * params.grad_sum_stride;
   };
 
+  // For number_near(), an element of each lane, a row ahead.
+  [[maybe_unused]] const int lanes = min(group.threads, 32);
+  [[maybe_unused]] const T* first_elements = next.x + group.rank % 32;
+  [[maybe_unused]] Vec<T, 1> element{};
+  const auto load_element = [&](int64_t row) {
+    if (row < rows) element = Vec<T, 1>::load(first_elements);
+    first_elements += step * params.x_stride;
+  };
+
   pdl_wait();
+  if constexpr (kOnce) load_element(first);
 #pragma unroll
   for (int stage = 0; stage < kDepth - 1; ++stage) copy_next(first_slot + stage * stage_size);
 
@@ -100,14 +112,18 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBa
   int stage = first_slot, free_stage = first_slot + (kDepth - 1) * stage_size, parity = 0;
   // As many turns for every unit of a block: racecheck takes warps that met less often at barriers for earlier ones.
   for (int64_t row = first; row < params.rows + ahead; row += step) {
+    float mean = 0.f, mean_g = 0.f;
+    if constexpr (kOnce) {
+      mean = number_near<T>(element, lanes);
+      load_element(row + step);
+    }
     copy_next(free_stage);
     cp_async_wait<kDepth - 1>();
     const auto load = [&](int operand, int v) { return V::load(reinterpret_cast<const T*>(slot(stage, operand, v))); };
     V x[kVectors], grad_y[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) x[v] = load(0, v), grad_y[v] = load(1, v);
-    float mean = 0.f, mean_g = 0.f;
-    if constexpr (kCentered) {
+    if constexpr (kCentered && !kOnce) {
       float sums[2] = {0.f, 0.f};
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -122,19 +138,21 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBa
     }
     float sums[kSums] = {};
     const auto add_up = [&](int v, int i) {
-      const float d = centered<kCentered>(x[v][i], mean);
+      const float d = centered<kCentered>(x[v][i], mean), g = grad_y[v][i] * scale(v, i);
       sums[0] += d * d;
-      sums[1] += grad_y[v][i] * scale(v, i) * d;
+      sums[1] += g * d;
       if constexpr (kCentered) sums[2] += d;
+      if constexpr (kOnce) sums[3] += g;
     };
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kCentered && !has(v)) continue;  // the difference of no number from the mean is not 0
-      if constexpr (kCentered && kReloads) x[v] = load(0, v), grad_y[v] = load(1, v);
+      if constexpr (kCentered && !kOnce && kReloads) x[v] = load(0, v), grad_y[v] = load(1, v);
 #pragma unroll
       for (int i = 0; i < N; ++i) add_up(v, i);
     }
-    group_sum(sums, group, shared[kCentered ? 0 : parity]);
+    group_sum(sums, group, shared[kCentered && !kOnce ? 0 : parity]);
+    if constexpr (kOnce) mean_g = sums[3] * inverse_cols;
     Scalars scalars = row_scalars<kCentered>(sums, mean, mean_g, inverse_cols, eps);
     if (row >= rows) scalars = {};  // with an eps of 0, those of zeros would be infinite
 #pragma unroll

@@ -2,6 +2,7 @@
 #pragma once
 #include "device/vec.cuh"
 #include "kernels/launch.h"
+#include "number_near.cuh"
 #include "params/norm.h"
 
 namespace llmk::kernels::norm {
@@ -12,15 +13,24 @@ struct Scalars {
   float mean_g, mean_gn;
 };
 
-// sums: of d^2, g d and, centered, d, where d = x - mean. The sum of d would be 0 if the mean were exact: what it is
-// corrects the mean and all that was made from it. What the compiler may contract is said outright, so that all kernels
-// get the same from the same sums.
+// Whether one reduction gives all that a LayerNorm needs of a row: of d = x - number_near(), d^2, g d and g. Otherwise
+// there is one of x and g before it, and d = x - mean.
+template <typename T, bool kCentered>
+constexpr bool kSumsOnce = kCentered && sizeof(T) == 2;
+template <typename T, bool kCentered>
+constexpr int kRowSums = kSumsOnce<T, kCentered> ? 4 : kCentered ? 3 : 2;
+
+// sums: of d^2, g d and, centered, d, where d = x - mean, the mean or a number near it: the sum of d corrects the mean
+// and all that was made from it. What the compiler may contract is said outright, so that all kernels get the same from
+// the same sums.
 template <bool kCentered, int kSums>
 __device__ inline Scalars row_scalars(const float (&sums)[kSums], float mean, float mean_g, float inverse_cols,
                                       float eps) {
   if constexpr (kCentered) {
     const float error = __fmul_rn(sums[2], inverse_cols);
-    const float rstd = rsqrtf(fmaxf(fmaf(-error, error, __fmul_rn(sums[0], inverse_cols)), 0.f) + eps);
+    float variance = __fmul_rn(sums[0], inverse_cols);  // infinite where the squares of finite numbers are
+    if (variance < INFINITY) variance = fmaf(-error, error, variance);
+    const float rstd = rsqrtf(fmaxf(variance, 0.f) + eps);
     return {mean + error, rstd, mean_g, fmaf(-error, mean_g, __fmul_rn(sums[1], inverse_cols)) * rstd};
   } else {
     const float rstd = rsqrtf(fmaf(sums[0], inverse_cols, eps));

@@ -22,6 +22,7 @@
 #include "device/ptx.cuh"
 #include "forward_row.cuh"
 #include "kernels/row_cover.cuh"
+#include "number_near.cuh"
 
 namespace llmk::kernels::norm {
 
@@ -29,15 +30,6 @@ constexpr int kForwardCoverVectors = 6, kForwardCoverBlocks = 2;  // of a thread
 constexpr size_t kForwardCoverMargin = 4096;                      // of shared memory: the reductions need some
 // Threads of a block: as leave a thread 80 registers, or 96 with a second operand.
 __host__ __device__ constexpr int forward_cover_threads(Sum sum) { return sum == Sum::kNone ? 384 : 320; }
-
-// A number near all of a row, which is subtracted before the mean is known: the mean of the row's first 32 elements.
-// That of k elements is at most sqrt(elements / k) standard deviations from the mean. So, of 16 bits, what cancels
-// costs the variance of the longest row no more digits than scale_of_row() does. (The mean of 32 equal numbers is
-// exact.) In float32 it would show, and there is a second reduction, of the differences to the mean.
-template <typename T>
-__device__ float number_near(const Vec<T, 1>& element_of_lane) {
-  return warp_sum(element_of_lane[0] * (1.f / 32), 32);
-}
 
 // Weights and biases of the rows of a block, cut out as the vectors of the rows lie in memory: of an RMSNorm the
 // weights, of a LayerNorm both, as floats. In shared memory.

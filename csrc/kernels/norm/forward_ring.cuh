@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     for (int i = 0; i < kRingRows; ++i) elements[i] = reinterpret_cast<T*>(ring.row(i));
     const auto load = [&](int i, int v, auto is_end) {
       V s{};
-      if (!is_end || cover.exists(v)) s = V::load(elements[i] + (group.rank + v * group.threads) * N);
+      if (!decltype(is_end)::value || cover.exists(v)) s = V::load(elements[i] + (group.rank + v * group.threads) * N);
       forget_floats(s);
       return s;
     };
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
           float d[N];
 #pragma unroll
           for (int k = 0; k < N; ++k) d[k] = kCentered ? s[k] - number[i] : s[k];
-          if constexpr (is_end) cover.clear(d, v, 0.f);
+          if constexpr (decltype(is_end)::value) cover.clear(d, v, 0.f);
 #pragma unroll
           for (int k = 0; k < N; ++k) {
             of_elements[i][k] = fmaf(d[k], d[k], of_elements[i][k]);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         if (row >= params.rows) continue;
         const V y = of_vector.output(load(i, v, is_end), of_row[i], scale);
         T* const target = static_cast<T*>(params.y) + row * cols;
-        if constexpr (kAlike && !is_end) {
+        if constexpr (kAlike && !decltype(is_end)::value) {
           y.store(target + cover.column(v));
         } else {
           store_covering<kAlike>(cover, y, target, v);
