@@ -10,7 +10,7 @@
 
 namespace llmk {
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900
 
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // L2 policies: for data that is read once, and the default
 constexpr uint64_t kEvictNormal = 0x1000000000000000;

@@ -500,22 +500,6 @@ CPU = [
         "tests/test_kernels_on_cpu.py -k rope",
     ),
     Mutation(
-        "cpu_norm_ring_is_filled_too_early",
-        "the next rows come where other warps of the group still read",
-        "csrc/kernels/norm/forward_ring.cuh",
-        "    group_barrier(group);  // all have read the rows\n",
-        "",
-        "tests/test_kernels_on_cpu.py -k norm",
-    ),
-    Mutation(
-        "cpu_norm_ring_reads_what_has_not_come",
-        "a group does not wait for its rows",
-        "csrc/kernels/norm/forward_ring.cuh",
-        "    ring.wait();\n",
-        "",
-        "tests/test_kernels_on_cpu.py -k norm",
-    ),
-    Mutation(
         "cpu_optim_norm_of_no_table",
         "the sums of all tables lie in one place, and none is counted",
         "csrc/kernels/optim/grad_norm.cu",

@@ -1,8 +1,7 @@
 // Runs kernels on the CPU: their own source, one block after another, each thread of a block a fiber that gives way to
 // the next one at a barrier or a shuffle. For tests on machines without a GPU of what no plan shows: indices, ends of
 // rows, who waits for whom. What instructions do that C++ does not have is in device/ beside this file, mma.sync
-// included. Not for clusters of several blocks or wgmma, and of TMA for rows alone; and timing, caches and races are
-// not a GPU's.
+// included. Not for clusters of several blocks, TMA or wgmma; and timing, caches and races are not a GPU's.
 //
 // A block whose threads all wait, for barriers that cannot complete, ends the program with a message.
 #pragma once
@@ -82,7 +81,7 @@ struct Fiber {
   int lane, exchanges = 0;
   const Barrier* waits_for = nullptr;
   int turn = 0;  // of that barrier
-  bool ended = false, polls = false;
+  bool ended = false;
 };
 
 struct Block {
@@ -103,12 +102,6 @@ inline void complete_if(bool enough, Barrier& barrier) {
   if (enough) barrier.arrived = 0, ++barrier.turns;
 }
 inline void arrive(Barrier& barrier, int count) { complete_if(++barrier.arrived >= count, barrier); }
-// Lets the others run, once each. Who calls this waits for something that is no Barrier.
-inline void give_way() {
-  fiber->polls = true;
-  swapcontext(&fiber->context, &block->scheduler);
-  fiber->polls = false;
-}
 // Lets the others run until the barrier has had `count` arrivals.
 inline void wait(Barrier& barrier, int count) {
   fiber->waits_for = &barrier, fiber->turn = barrier.turns;
@@ -173,10 +166,8 @@ inline void run_block(const Index& threads, const std::function<void()>& body) {
     moved = false;
     for (Fiber& f : here.fibers) {
       if (f.ended || (f.waits_for && f.waits_for->turns == f.turn)) continue;
-      fiber = &f, threadIdx = f.thread;
-      const bool polled = f.polls;
+      moved = true, fiber = &f, threadIdx = f.thread;
       swapcontext(&here.scheduler, &f.context);
-      moved |= !(polled && f.polls);
     }
   }
   if (here.running > 0) {

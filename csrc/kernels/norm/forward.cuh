@@ -23,7 +23,6 @@
 #pragma once
 #include "device/ptx.cuh"
 #include "forward_cover.cuh"
-#include "forward_ring.cuh"
 #include "forward_row.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
@@ -294,15 +293,6 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
                                                        {params.sum, params.cols}});
         const Extent<T> extent(params.x, params.rows, params.x_stride, params.cols);
         const Extent<T> other_extent(other.pointer, params.rows, other.stride, params.cols);
-        if constexpr (kForwardRing) {
-          auto ring = plan_forward_ring<T, kCentered>(params, device);
-          ring.shape.may_overlap = may_overlap;
-          if (ring.plan.vectors > 0 && sum == Sum::kNone) {
-            return launch(alike ? norm_ring_kernel<T, kCentered, true> : norm_ring_kernel<T, kCentered, false>,
-                          ring.shape, stream, params, 1.f / static_cast<float>(params.cols), ring.plan.vectors,
-                          ring.row_vectors, keep);
-          }
-        }
         const int64_t least_stride = other.pointer ? std::min(params.x_stride, other.stride) : params.x_stride;
         return dispatch_int<1, 2, 3, 4, 5, 6>(cover.plan.vectors, [&](auto vectors) {
           return dispatch_sum<kCentered>(sum, [&](auto sum_tag) {
