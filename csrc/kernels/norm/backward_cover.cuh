@@ -10,23 +10,25 @@
 // of a tensor may an end not be copied whole: the thread loads its elements, and waits.
 //
 // RMSNorm of 8192 x 4097 issues in half of the cycles; what warps wait for most are barriers and shared memory (ncu). A
-// warp takes about 110 instructions for each vector (LayerNorm: 190), and 280 (430) for each row besides, most of them
-// for its sums: so few warps, with many vectors each, of which only those have a last one that need it. Rows of
-// bfloat16, an H200; instructions of a row, of the new plans counted in the program:
+// warp takes about 110 instructions for each vector, and 280 for each row besides, most of them for its sums: so few
+// warps, with many vectors each, of which only those have a last one that need it. A LayerNorm takes more of both. Rows
+// of bfloat16, an H200, us:
 //
-//   value                      | case                     | result
-//   ---------------------------|--------------------------|---------------------------------
-//   backward_persistent.cuh    | 8192 x 4096, RMSNorm     | 2838 instructions, 53 us
-//   3 vectors of a thread      | 8192 x 4097, RMSNorm     | 5778 instructions, 78.5 us (1)
-//   5 vectors                  | 8192 x 4097, RMSNorm     | about 3080 instructions, 70.1 us
-//   by words                   | 8192 x 4097, RMSNorm     | 86.6 us (2)
-//   backward_persistent.cuh    | 8192 x 4096, LayerNorm   | 4824 instructions, 66.7 us
-//   2 vectors                  | 8192 x 4097, LayerNorm   | 9770 instructions, 130 us (1)
-//   5 vectors                  | 8192 x 4097, LayerNorm   | about 5150 instructions, 98.4 us
-//   by words                   | 8192 x 4097, LayerNorm   | 121 us (2)
-//   backward_persistent.cuh    | 8192 x 1000              | 18.3 us, LayerNorm 24.9 us
-//   2 vectors                  | 8192 x 1001              | 24.0 us, LayerNorm 31.5 us
-//   by words                   | 8192 x 1001              | 23.0 us, LayerNorm 30.5 us (2)
+//   value                            | case                            | result
+//   ---------------------------------|---------------------------------|---------------
+//   5 vectors of a thread            | 8192 x 4097, RMSNorm, LayerNorm | 65.9, 82.4
+//   4 vectors                        | the same                        | 69.1, 103
+//   3 and 2 vectors                  | the same                        | 78.5, 130 (1)
+//   5, another warp is first in each | the same                        | 67.8, 88.6
+//     group                          |                                 |
+//   5, two reductions of a LayerNorm | 8192 x 4097, LayerNorm          | 92.7
+//   by words                         | 8192 x 4097, RMSNorm, LayerNorm | 86.6, 121 (2)
+//   backward_persistent.cuh          | 8192 x 4096, RMSNorm, LayerNorm | 53.6, 58.5
+//   2 vectors, 8 groups              | 8192 x 1001, RMSNorm, LayerNorm | 22.7, 25.6
+//   4 vectors, 8 or 12 groups        | the same                        | 26.8, 28.6
+//   2 vectors, 10 groups             | the same                        | 28.2, 31.0
+//   by words                         | the same                        | 23.0, 30.5 (2)
+//   backward_persistent.cuh          | 8192 x 1000, RMSNorm, LayerNorm | 17.1, 23.0
 //
 // (1) Ends loaded in line, addresses computed for each row, weights as they are, every vector of every warp. (2) A
 // warp's part of a row in shared memory, and words of 4 bytes, wherever they start, in registers.
@@ -449,8 +451,8 @@ cudaError_t plan_backward_cover(const NormBackwardParams& params, BackwardCoverP
     const int64_t threads = (count + 32 * vectors - 1) / (32 * vectors) * 32;
     // All but the last vector of a thread exist, and end in the row.
     if ((vectors - 1) * threads > params.cols / N) continue;
-    const int64_t others = 2 * kRowSums<T, kCentered> * sizeof(WarpSums<N>) * (most_threads / 32) + 1024 + sizeof(int4) +
-                           static_cast<int64_t>(sizeof(float)) * N * padded;  // reductions and weights
+    const int64_t others = 2 * kRowSums<T, kCentered> * sizeof(WarpSums<N>) * (most_threads / 32) + 1024 +
+                           sizeof(int4) + static_cast<int64_t>(sizeof(float)) * N * padded;  // reductions and weights
     const int64_t rest = static_cast<int64_t>(device.shared_bytes) - others;
     const int64_t rows = std::min({most_threads / threads, rest / (2 * stage_bytes), kMostGroups});
     if (rows <= 0 || rows * threads <= best.rows_per_block * best.threads) continue;

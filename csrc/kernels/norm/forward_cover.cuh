@@ -16,8 +16,15 @@
 //   layer_norm 8192x2050 | 30.9 | 28.4  | 26.0 | 19.3
 //   layer_norm 8192x4097 | 54.8 | 53.9  | 42.1 | 34.1
 //
-// (The next row by cp.async, while this one is worked on, took 51.9 us for the last: more instructions. A LayerNorm's
-// weights and biases as floats: 42.1 instead of 45.0.)
+// A LayerNorm's weights and biases as floats: 42.1 instead of 45.0. What was slower, of the cases above, times as long:
+//
+//   what                                                        | result
+//   ------------------------------------------------------------|----------------
+//   the next row by cp.async, while this one is worked on       | 1.23 (the last)
+//   the next row in registers, 256 or 320 threads of a block    | 1.10 to 1.47
+//   rows that TMA copies to shared memory, one or two at a time | 1.17 to 1.29
+//   9 vectors of a thread, so that a warp has a row of 2050     | 1.03 to 1.12
+//   512 threads of a block, with more than 4 vectors            | 1.00 to 1.25
 #pragma once
 #include "device/ptx.cuh"
 #include "forward_row.cuh"
@@ -28,8 +35,11 @@ namespace llmk::kernels::norm {
 
 constexpr int kForwardCoverVectors = 6, kForwardCoverBlocks = 2;  // of a thread, at most; blocks of an SM
 constexpr size_t kForwardCoverMargin = 4096;                      // of shared memory: the reductions need some
-// Threads of a block: as leave a thread 80 registers, or 96 with a second operand.
-__host__ __device__ constexpr int forward_cover_threads(Sum sum) { return sum == Sum::kNone ? 384 : 320; }
+// Threads of a block: as leave a thread 80 registers, or 96 with a second operand; of an RMSNorm with few vectors 64,
+// since the more rows wait for their loads at a time, the better.
+__host__ __device__ constexpr int forward_cover_threads(Sum sum, bool centered, int vectors = kForwardCoverVectors) {
+  return sum != Sum::kNone ? 320 : centered || vectors > 4 ? 384 : 512;
+}
 
 // Weights and biases of the rows of a block, cut out as the vectors of the rows lie in memory: of an RMSNorm the
 // weights, of a LayerNorm both, as floats. In shared memory.
@@ -114,10 +124,11 @@ class CutParameters {
 // Groups of threads, a row each. Block b takes rows b % N, b % N + N, ..., which it shares with blocks b + N, ...
 // kAlike: see rows_alike().
 template <typename T, int kVectors, bool kCentered, Sum kSum, bool kAlike>
-__global__ void __launch_bounds__(forward_cover_threads(kSum), kForwardCoverBlocks)
+__global__ void __launch_bounds__(forward_cover_threads(kSum, kCentered, kVectors), kForwardCoverBlocks)
     norm_cover_kernel(const NormParams params, const Extent<T> extent, const Extent<T> other_extent, float inverse_cols,
                       int64_t least_stride, bool keep_inputs) {
-  constexpr int N = kVecWidth<T>, kValues = kCentered ? 2 : 1, kWarps = forward_cover_threads(kSum) / 32;
+  constexpr int N = kVecWidth<T>, kValues = kCentered ? 2 : 1;
+  constexpr int kWarps = forward_cover_threads(kSum, kCentered, kVectors) / 32;
   constexpr bool kResidual = kSum == Sum::kBefore;
   using V = Vec<T, N>;
   extern __shared__ int4 parameters[];  // of CutParameters
@@ -215,9 +226,10 @@ struct ForwardCoverShape {
 template <typename T>
 ForwardCoverShape plan_forward_cover(const NormParams& params, Sum sum, bool centered, const DeviceInfo& device) {
   constexpr int N = kVecWidth<T>;
-  const int most_threads = forward_cover_threads(sum);
-  ForwardCoverShape result{plan_cover(params.cols, sizeof(T), kForwardCoverVectors, most_threads, 1, 1), {}};
+  ForwardCoverShape result{
+      plan_cover(params.cols, sizeof(T), kForwardCoverVectors, forward_cover_threads(sum, centered), 1, 1), {}};
   CoverPlan& plan = result.plan;
+  const int most_threads = forward_cover_threads(sum, centered, plan.vectors);
   const size_t bytes = sizeof(int4) * plan.vectors * plan.threads * (centered ? 2 * N / 4 : 1);
   if (bytes + kForwardCoverMargin > device.shared_bytes) plan.vectors = 0;
   if (plan.vectors == 0) return result;
