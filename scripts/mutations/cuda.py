@@ -114,7 +114,7 @@ CUDA = [
         "cuda_reused_buffer",
         "one buffer for the sums of successive rows, with no barrier in between",
         "csrc/kernels/norm/backward_persistent.cuh",
-        "group_sum(sums, group, shared[kCentered ? 0 : parity]);",
+        "group_sum(sums, group, shared[kCentered && !kOnce ? 0 : parity]);",
         "group_sum(sums, group, shared[0]);",
         "tests/test_memory.py -k 'every_kernel_path and rms_norm-float16-2048x900'",
         tool="racecheck",
