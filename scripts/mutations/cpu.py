@@ -500,6 +500,22 @@ CPU = [
         "tests/test_kernels_on_cpu.py -k rope",
     ),
     Mutation(
+        "cpu_norm_backward_mean_of_the_number",
+        "the number that is subtracted from a row is taken for its mean",
+        "csrc/kernels/norm/backward_row.cuh",
+        "return {mean + error, rstd, mean_g,",
+        "return {mean, rstd, mean_g,",
+        "tests/test_kernels_on_cpu.py -k norm",
+    ),
+    Mutation(
+        "cpu_norm_backward_number_of_another_row",
+        "the number near a row is that of the group's first row: the bits depend on the others",
+        "csrc/kernels/norm/backward_cover.cuh",
+        "    first_elements = bytes_on(first_elements, plan.x_step);\n",
+        "",
+        "tests/test_kernels_on_cpu.py -k norm",
+    ),
+    Mutation(
         "cpu_optim_norm_of_no_table",
         "the sums of all tables lie in one place, and none is counted",
         "csrc/kernels/optim/grad_norm.cu",

@@ -18,16 +18,17 @@ struct Matrix {
   void* data() const { return memory.data(); }
   __nv_bfloat16& operator()(int64_t r, int64_t c) { return static_cast<__nv_bfloat16*>(data())[r * stride + c]; }
   double value(int64_t r, int64_t c) { return __bfloat162float((*this)(r, c)); }
-  // Random numbers, the same in each row if `equal`.
+  // Random numbers, the same in each row that is_equal() if `equal`.
   void fill(bool equal = false) {
     static std::mt19937 random(0);
     std::normal_distribution<float> normal;
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < cols; ++c) {
-        (*this)(r, c) = equal && r > 0 ? (*this)(0, c) : __float2bfloat16_rn(normal(random));
-      }
+      const bool is_copy = equal && r > 0 && is_equal(r);
+      for (int64_t c = 0; c < cols; ++c) (*this)(r, c) = is_copy ? (*this)(0, c) : __float2bfloat16_rn(normal(random));
     }
   }
+  // The others come before and after them.
+  static bool is_equal(int64_t row) { return row % 5 != 1; }
 };
 
 inline int failures = 0;
@@ -46,9 +47,10 @@ inline void check_gaps(Matrix& m, const char* what) {
   }
 }
 
-// All rows have the same bits.
+// All rows that were filled alike have the same bits.
 inline void check_equal_rows(Matrix& m, const char* what) {
   for (int64_t r = 1; r < m.rows; ++r) {
+    if (!Matrix::is_equal(r)) continue;
     for (int64_t c = 0; c < m.cols; ++c) check(m(r, c).bits, m(0, c).bits, 0, what, m.rows, m.cols);
   }
 }

@@ -28,6 +28,9 @@ void run(int64_t rows, int64_t cols, int64_t stride, bool centered, bool extra, 
       grad_y(rows, cols, stride, at_end), grad_sum(rows, cols, cols, at_end), grad_x(rows, cols, cols, at_end),
       grad_weight(1, cols, cols, at_end), grad_bias(1, cols, cols, at_end);
   for (Matrix* one : {&x, &residual, &weight, &bias, &grad_y, &grad_sum}) one->fill(equal);
+  for (int64_t r = 0; r < rows && equal; ++r) {  // a number near one row is far from the next
+    for (int64_t c = 0; c < cols && !Matrix::is_equal(r); ++c) x(r, c) = __float2bfloat16_rn(1000.f * x.value(r, c));
+  }
   const RmsNormOptions options{.eps = 1e-5, .weight_offset = 1, .cast_before_weight = false};
   const NormParams forward{.x = x.data(),
                            .residual = extra ? residual.data() : nullptr,
@@ -119,6 +122,7 @@ int main() {
   for (const bool centered : {false, true}) {
     run(9, 4097, 4097, centered, centered, true, !centered), run(3, 20001, 20001, centered, !centered, true, centered);
     run(2, 60001, 60004, centered, false, true, centered);
+    run(1700, 136, 139, centered, false, true, true), run(1700, 136, 136, centered, true, true, true);  // some turns
   }
   is_hopper = false;
   for (const int64_t cols : {9872, 30001}) run(2, cols, cols + 2, true, false, true, true);
