@@ -25,7 +25,8 @@
 //   by words                         | 8192 x 4097, RMSNorm, LayerNorm | 86.6, 121 (2)
 //   backward_persistent.cuh          | 8192 x 4096, RMSNorm, LayerNorm | 53.6, 58.5
 //   2 vectors, 8 groups              | 8192 x 1001, RMSNorm, LayerNorm | 22.7, 25.6
-//   4 vectors, 8 or 12 groups        | the same                        | 26.8, 28.6
+//   4 vectors, 8 groups              | the same                        | 26.7, 27.6
+//   4 vectors, 12 groups             | the same                        | 26.9, 29.6
 //   2 vectors, 10 groups             | the same                        | 28.2, 31.0
 //   by words                         | the same                        | 23.0, 30.5 (2)
 //   backward_persistent.cuh          | 8192 x 1000, RMSNorm, LayerNorm | 17.1, 23.0

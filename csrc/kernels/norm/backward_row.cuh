@@ -18,9 +18,7 @@ struct Scalars {
 template <typename T, bool kCentered>
 constexpr bool kSumsOnce = kCentered && sizeof(T) == 2;
 template <typename T, bool kCentered>
-constexpr int kRowSums = kSumsOnce<T, kCentered> ? 4
-                         : kCentered             ? 3
-                                                 : 2;
+constexpr int kRowSums = 2 + kCentered + kSumsOnce<T, kCentered>;
 
 // sums: of d^2, g d and, centered, d, where d = x - mean, the mean or a number near it: the sum of d corrects the mean
 // and all that was made from it. What the compiler may contract is said outright, so that all kernels get the same from
