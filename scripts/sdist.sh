@@ -17,6 +17,6 @@ tar -xzf dist/*.tar.gz -C build/sdist --strip-components 1
 cd build/sdist
 "$python" -W ignore setup.py -q build_ext --inplace
 export OMP_NUM_THREADS=1
-exec "$python" -m pytest -q -n 2 --dist worksteal --thin 4 \
+exec "$python" -m pytest -q -n 2 --dist worksteal --thin 16 \
   tests/test_{build,package,plans,rms_norm,glu,rope,decode_attention}.py \
   tests/test_{attention_route,device_facts,early_start,fingerprint,graphs,linear_route,private_names,profiling}.py

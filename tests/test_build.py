@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -182,6 +183,59 @@ def test_layouts_of_toolkits(toolkit, include, lib):
         path.touch()
     assert found.include == include
     assert found.cudart == lib / "libcudart_static.a"
+
+
+# ---- what nvcc is asked for
+
+
+def codes(build, names, source):
+    """{architecture of the PTX: code that comes out of it}."""
+    result = {}
+    for flag in build["gencodes"](names.split(), source):
+        ptx, code = re.fullmatch(r"-gencode arch=(\w+),code=(\w+)", flag).groups()
+        result.setdefault(ptx, []).append(code)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("names", "plain", "variant"),
+    [
+        (
+            "sm_80 sm_90a compute_90 sm_100 sm_120",
+            {"compute_80": "sm_80", "compute_90": "sm_90 compute_90 sm_100 sm_120"},
+            {"compute_80": "sm_80", "compute_90a": "sm_90a", "compute_90": "compute_90 sm_100 sm_120"},
+        ),
+        ("sm_90a", {"compute_90": "sm_90"}, {"compute_90a": "sm_90a"}),
+        ("sm_90a compute_90a", {"compute_90": "sm_90 compute_90"}, {"compute_90a": "sm_90a compute_90a"}),
+        (
+            "sm_80 sm_86 sm_90a sm_100 compute_100",
+            {"compute_80": "sm_80", "compute_86": "sm_86", "compute_90": "sm_90 sm_100", "compute_100": "compute_100"},
+            {
+                "compute_80": "sm_80",
+                "compute_86": "sm_86",
+                "compute_90a": "sm_90a",
+                "compute_100": "sm_100 compute_100",
+            },
+        ),
+        ("sm_100a sm_103", {"compute_100a": "sm_100a", "compute_103": "sm_103"}, None),
+    ],
+)
+def test_code_of_one_ptx(build, tmp_path, names, plain, variant):
+    """What asks for nothing that only sm_90a has shares a PTX; what includes such a thing has its own."""
+    (tmp_path / "plain.cu").write_text("#if __CUDA_ARCH__ >= 900\n#endif\n")
+    (tmp_path / "feature.cuh").write_text("#if defined(__CUDA_ARCH_FEAT_SM90_ALL)\n#endif\n")
+    (tmp_path / "between.cuh").write_text('#include "feature.cuh"\n')
+    (tmp_path / "variant.cu").write_text('#include "between.cuh"\n#include "nowhere.h"\n')
+    for name, expected in (("plain", plain), ("variant", variant or plain)):
+        found = {ptx: " ".join(code) for ptx, code in codes(build, names, tmp_path / f"{name}.cu").items()}
+        assert found == expected, name
+
+
+@pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="needs the source tree")
+def test_sources_that_need_a_variant(build):
+    sources = sorted((ROOT / "csrc" / "kernels").glob("**/*.cu"))
+    needing = {source.stem for source in sources if "sm_90a" in str(build["gencodes"](["sm_90a"], source))}
+    assert needing == {"flash_attention", "flash_attention_backward", "gemm", "launch", "linear"}
 
 
 # ---- switches and platforms

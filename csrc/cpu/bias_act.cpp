@@ -1,6 +1,9 @@
 // Activations with biases in front on the CPU: y = act(gate + gate_bias), gated times (up + up_bias), with each sum and
 // act() rounded to the dtype, as eager PyTorch does. Backward in float32 (float64 for float64), rounded once; the
 // gradients of the biases are sums over rows of the rounded gradients of gate and up.
+//
+// The activation is chosen for each block of elements: around whole rows, what has nothing to do with it would be
+// compiled for each activation and instruction set.
 #include "cpu/bias_act.h"
 
 #include <algorithm>
@@ -18,8 +21,8 @@ inline void add_bias(const LoopType<T>* x, const LoopType<T>* bias, int64_t coun
   for (int64_t i = 0; i < count; ++i) out[i] = rounded<T>(widen(x[i]) + widen(bias[i]));
 }
 
-template <typename T, typename Act, bool kGated>
-inline void forward_rows(const BiasActParams& p, int64_t row_begin, int64_t row_end) {
+template <typename T, bool kGated>
+inline void forward_rows(const BiasActParams& p, Activation activation, int64_t row_begin, int64_t row_end) {
   using A = Wide<T>;
   LoopType<T> buffer[kBlock], out_buffer[kBlock];
   A g[kBlock], u[kBlock], e[kBlock];
@@ -32,11 +35,14 @@ inline void forward_rows(const BiasActParams& p, int64_t row_begin, int64_t row_
       add_bias<T>(load(gate + begin, count, buffer), gate_bias.load(begin, count), count, g);
       if (kGated) add_bias<T>(load(up + begin, count, buffer), up_bias.load(begin, count), count, u);
       LoopType<T>* out = output_buffer(y + begin, out_buffer);
-      exponentials<Act>(g, count, e);
-      for (int64_t i = 0; i < count; ++i) {
-        const A value = Act::value(g[i], e[i]);
-        out[i] = narrow<T>(kGated ? rounded<T>(value) * u[i] : value);
-      }
+      dispatch_activation(activation, [&](auto tag) {
+        using Act = typename decltype(tag)::type;
+        exponentials<Act>(g, count, e);
+        for (int64_t i = 0; i < count; ++i) {
+          const A value = Act::value(g[i], e[i]);
+          out[i] = narrow<T>(kGated ? rounded<T>(value) * u[i] : value);
+        }
+      });
       store(out, count, y + begin);
     });
   }
@@ -48,8 +54,9 @@ inline A* up_partials(const BiasActBackwardParams& p) {
   return static_cast<A*>(p.partials) + (p.grad_gate_bias != nullptr ? p.partial_rows * p.cols : 0);
 }
 
-template <typename T, typename Act, bool kGated>
-inline void backward_chunks(const BiasActBackwardParams& p, int64_t partial_begin, int64_t partial_end) {
+template <typename T, bool kGated>
+inline void backward_chunks(const BiasActBackwardParams& p, Activation activation, int64_t partial_begin,
+                            int64_t partial_end) {
   using A = Wide<T>;
   LoopType<T> buffer[kBlock], out_buffer[2 * kBlock];
   A g[kBlock], u[kBlock], e[kBlock], gate_grads[kBlock], up_grads[kBlock];
@@ -71,12 +78,15 @@ inline void backward_chunks(const BiasActBackwardParams& p, int64_t partial_begi
         add_bias<T>(load(gate + begin, count, buffer), gate_bias.load(begin, count), count, g);
         if (kGated) add_bias<T>(load(up + begin, count, buffer), up_bias.load(begin, count), count, u);
         const LoopType<T>* dy = load(grad_y + begin, count, buffer);
-        exponentials<Act>(g, count, e);
-        for (int64_t i = 0; i < count; ++i) {
-          const A upstream = widen(dy[i]);
-          gate_grads[i] = rounded<T>((kGated ? upstream * u[i] : upstream) * Act::slope(g[i], e[i]));
-          if (kGated) up_grads[i] = rounded<T>(upstream * Act::value(g[i], e[i]));
-        }
+        dispatch_activation(activation, [&](auto tag) {
+          using Act = typename decltype(tag)::type;
+          exponentials<Act>(g, count, e);
+          for (int64_t i = 0; i < count; ++i) {
+            const A upstream = widen(dy[i]);
+            gate_grads[i] = rounded<T>((kGated ? upstream * u[i] : upstream) * Act::slope(g[i], e[i]));
+            if (kGated) up_grads[i] = rounded<T>(upstream * Act::value(g[i], e[i]));
+          }
+        });
         const auto write = [&](const A* grads, T* target, LoopType<T>* target_buffer, A* partial) {
           LoopType<T>* out = output_buffer(target + begin, target_buffer);
           for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(grads[i]);
@@ -91,35 +101,27 @@ inline void backward_chunks(const BiasActBackwardParams& p, int64_t partial_begi
   }
 }
 
-// Calls body(TypeTag<T>{}, TypeTag<Act>{}).
-template <typename Body>
-inline void dispatch(Dtype dtype, Activation activation, const Body& body) {
-  dispatch_kernel(dtype, [&](auto type) { dispatch_activation(activation, [&](auto act) { body(type, act); }); });
-}
-
 }  // namespace
 
 void bias_act(const BiasActParams& params, Activation activation, Dtype dtype, int64_t row_begin, int64_t row_end) {
-  dispatch(dtype, activation, [&](auto type, auto act) {
-    using T = typename decltype(type)::type;
-    using Act = typename decltype(act)::type;
+  dispatch_kernel(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
     if (params.up != nullptr) {
-      forward_rows<T, Act, true>(params, row_begin, row_end);
+      forward_rows<T, true>(params, activation, row_begin, row_end);
     } else {
-      forward_rows<T, Act, false>(params, row_begin, row_end);
+      forward_rows<T, false>(params, activation, row_begin, row_end);
     }
   });
 }
 
 void bias_act_backward(const BiasActBackwardParams& params, Activation activation, Dtype dtype, int64_t partial_begin,
                        int64_t partial_end) {
-  dispatch(dtype, activation, [&](auto type, auto act) {
-    using T = typename decltype(type)::type;
-    using Act = typename decltype(act)::type;
+  dispatch_kernel(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
     if (params.up != nullptr) {
-      backward_chunks<T, Act, true>(params, partial_begin, partial_end);
+      backward_chunks<T, true>(params, activation, partial_begin, partial_end);
     } else {
-      backward_chunks<T, Act, false>(params, partial_begin, partial_end);
+      backward_chunks<T, false>(params, activation, partial_begin, partial_end);
     }
   });
 }
