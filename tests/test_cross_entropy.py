@@ -351,6 +351,7 @@ ERRORS = {
     r"target must have the shape of logits but its last .*, \[2, 8\], got \[1\]": lambda x, t: cross_entropy(x, t[:1]),
     r"weight must have shape \[8\] .* got \[4\]": lambda x, t: cross_entropy(x, t, x[0, :4]),
     "weight must be Float, got Half": lambda x, t: _op.cross_entropy(x, t, x[0].half()),
+    "weight must be Float, got ComplexFloat": lambda x, t: cross_entropy(x, t, x[0] * 1j),
     "weight must not require a gradient": lambda x, t: cross_entropy(x, t, x[0].clone().requires_grad_()),
     "grad_loss must be a scalar": lambda x, t: _backward(x[0], x, t, None, x[0, :2], x[0, :2]),
     "lse must have the shape of logits": lambda x, t: _backward(x[0, 0], x, t, None, x[0], x[0, :2]),

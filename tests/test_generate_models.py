@@ -1,5 +1,10 @@
 """Which models run the decode step, and which run their modules instead, with a reason in the report."""
 
+import copy
+import dataclasses
+import json
+import pickle
+
 import pytest
 import torch
 import transformers
@@ -11,6 +16,7 @@ from generating import (
     check_counts,
     check_falls_back,
     check_steps,
+    generate_step,
     hf_generate,
     left_padded,
     runs_steps,
@@ -255,6 +261,20 @@ def test_report():
         "forwards under torch.compile are not counted",
     ]
     assert llmkernels.patch(tiny_model().model).report().decode == []
+
+
+def test_report_as_a_dictionary():
+    """For a log in JSON; copies count on."""
+    model, ids = small_model(), tiny_inputs()
+    handle = llmkernels.patch(model)
+    hf_generate(model, ids)
+    report = handle.report()
+    logged = json.loads(json.dumps(dataclasses.asdict(report)))
+    assert logged["decode"][0]["calls"] == {generate_step(): 1} == report.decode[0].calls
+    assert logged["rows"]["rms_norm"]["kernels"] == report["rms_norm"].kernels != {}
+    for copied in (copy.deepcopy(report), pickle.loads(pickle.dumps(report)), dataclasses.replace(report)):
+        assert copied == report
+        assert copied.decode[0].calls["another way"] == 0
 
 
 def test_other_logits_to_keep_than_the_last_ones(device):

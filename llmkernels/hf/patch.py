@@ -2,7 +2,6 @@
 
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable
 
 from torch import nn
@@ -26,7 +25,7 @@ from .obstacles import (
     obstacle,
     op_of,
 )
-from .report import NOT_ASKED, Decode, Fp8Prompts, Report, Row
+from .report import NOT_ASKED, Counts, Decode, Fp8Prompts, Report, Row
 from .step import decode as decoding
 from .step import describe, graphs, packing
 from .step.routes import kernels_in
@@ -278,9 +277,9 @@ class PatchHandle:
                 reason = (None if isinstance(module, Generating) else decode_obstacle(module)) or "not patched"
             state = decoding.decoder(module)
             kept = state.programs.graphs()
-            counts = state.calls.copy(), state.steps, state.forwards.copy(), state.prompts.copy()
+            counts = Counts(state.calls), state.steps, Counts(state.forwards), Counts(state.prompts)
             memory = len(kept), graphs.nbytes(kept)
-            products = kernels_in(module) if reason is None else Counter()
+            products = Counts(kernels_in(module) if reason is None else ())
             in_fp8 = self._fp8(module, reason, state) if "fp8" in self._kinds else None
             entries.append(Decode(type(module).__name__, reason, *counts, *memory, products, in_fp8))
         return entries

@@ -19,6 +19,14 @@ def by_transformers(reason: object) -> str:
     return f"by transformers: {reason}"
 
 
+class Counts(Counter):
+    """How often by what. Made of items, so that `dataclasses.asdict`, which makes each dict anew of its items, copies
+    it: a Counter would count the items."""
+
+    def __init__(self, items=()):
+        super().__init__(dict(items))
+
+
 @dataclass(frozen=True)
 class Row:
     """One kind of replacement.
@@ -37,10 +45,10 @@ class Row:
     kind: str
     patched: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
-    kernels: Counter = field(default_factory=Counter)
-    backends: Counter = field(default_factory=Counter)
-    runs: Counter = field(default_factory=Counter)
-    fallbacks: Counter = field(default_factory=Counter)
+    kernels: Counts = field(default_factory=Counts)
+    backends: Counts = field(default_factory=Counts)
+    runs: Counts = field(default_factory=Counts)
+    fallbacks: Counts = field(default_factory=Counts)
 
     @property
     def found(self) -> int:
@@ -90,13 +98,13 @@ class Decode:
 
     model: str
     reason: str | None
-    calls: Counter = field(default_factory=Counter)
+    calls: Counts = field(default_factory=Counts)
     steps: int = 0
-    forwards: Counter = field(default_factory=Counter)
-    prompts: Counter = field(default_factory=Counter)
+    forwards: Counts = field(default_factory=Counts)
+    prompts: Counts = field(default_factory=Counts)
     graphs: int = 0
     graph_bytes: int = 0
-    products: Counter = field(default_factory=Counter)
+    products: Counts = field(default_factory=Counts)
     fp8: Fp8Prompts | None = None
 
     def __str__(self) -> str:
@@ -158,13 +166,13 @@ class Report:
     __repr__ = __str__
 
 
-def _counted(counter: Counter) -> str:
+def _counted(counter: Counts) -> str:
     if len(counter) < 2:
         return next(iter(counter), "-")
     return ", ".join(f"{name} ({count})" for name, count in counter.items())
 
 
-def _times(counter: Counter) -> str:
+def _times(counter: Counts) -> str:
     return ", ".join(f"{name} {count} times" for name, count in counter.items()) or "-"
 
 

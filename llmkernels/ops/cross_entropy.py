@@ -90,9 +90,9 @@ def cross_entropy(
 
 
 def factors(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The factor for each class, in the dtype that losses of `dtype` are computed in."""
-    if weight is None:
-        return None
+    """The factor for each class, in the dtype that losses of `dtype` are computed in; a complex one the op refuses."""
+    if weight is None or weight.is_complex():
+        return weight
     wide = torch.promote_types(dtype, torch.float32)
     return weight if weight.dtype == wide else weight.to(wide)
 
